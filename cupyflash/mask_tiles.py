@@ -30,6 +30,9 @@ def check(tiles: Array, bits: Array, lengths: tuple[int, int]) -> None:
     Raises:
         ArgumentError: names the array.
     """
+    for name, x in (("tiles", tiles), ("bits", bits)):
+        if not isinstance(x, np.ndarray):
+            raise ArgumentError(f"{name}: expected a NumPy array, got {type(x).__name__}; cupyflash.masks makes them")
     least = tuple(-(-n // TILE) for n in lengths)
     if tiles.dtype != np.int32 or tiles.ndim != 4 or tiles.shape[2] < least[0] or tiles.shape[3] < least[1]:
         raise ArgumentError(

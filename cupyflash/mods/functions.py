@@ -18,8 +18,20 @@ from .expression import BOOL, FLOAT, FUNCTIONS, INT, Node, apply, name, number
 _OPERATORS = {"/": "divide", "//": "floordiv", "%": "floormod", "**": "pow"}
 
 
+# What libraries make of two booleans: one, where C++ counts.
+_OF_BOOLEANS = {"+": "||", "*": "&&", "max": "||", "min": "&&"}
+
+
 def operation(op: str, *x: Node) -> Node:
-    """An operation as Python has it."""
+    """An operation as Python has it.
+
+    Raises:
+        ArgumentError: as of `apply`; booleans are subtracted, which no library does.
+    """
+    if len(x) == 2 and x[0].kind == x[1].kind == BOOL:
+        if op == "-":
+            raise ArgumentError("-: expected numbers, got two booleans; use ^ for those that differ")
+        op = _OF_BOOLEANS.get(op, op)
     if op == "//" and FLOAT in (x[0].kind, x[1].kind):
         return apply("floor", apply("divide", *x))
     if op == "%" and FLOAT in (x[0].kind, x[1].kind):
@@ -110,7 +122,7 @@ def _div(x: Node, other: Node, rounding_mode: str | None = None) -> Node:
 
 def _scaled(op: str) -> Callable[..., Node]:
     def sum_(x: Node, other: Node, alpha: Node | None = None) -> Node:
-        return apply(op, x, other if alpha is None else apply("*", alpha, other))
+        return operation(op, x, other if alpha is None else apply("*", alpha, other))
 
     return sum_
 
@@ -189,8 +201,11 @@ _signature = functools.lru_cache(maxsize=None)(inspect.signature)
 _INTEGERS = ("int", "long", "short")  # in what dtypes are called
 
 
-def cast(x: Node, to: str) -> Node:
+def cast(x: Node, to: str, quotients: str = "//") -> Node:
     """A value as one of another dtype: numbers have one precision, and no float becomes an integer.
+
+    Args:
+        quotients: of integers, as who reads the error writes them.
 
     Raises:
         ArgumentError: it would.
@@ -200,7 +215,9 @@ def cast(x: Node, to: str) -> Node:
     if not any(word in to for word in _INTEGERS):
         return x
     if x.kind == FLOAT:
-        raise ArgumentError(f"expected a dtype of floats for a float, got {to}; use floor, and // for quotients")
+        raise ArgumentError(
+            f"expected a dtype of floats for a float, got {to}; use floor, and {quotients} for quotients"
+        )
     return apply("+", x, number(0)) if x.kind == BOOL else x
 
 

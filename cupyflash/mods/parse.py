@@ -224,7 +224,7 @@ def _cast(to: str, *args: Node) -> Node:
     if len(args) != 1:
         raise ArgumentError(f"{to}: expected 1 value, got {len(args)}")
     is_whole = to in ("float", "double") and args[0].kind != FLOAT
-    return apply("+", args[0], number(0.0)) if is_whole else cast(args[0], to)
+    return apply("+", args[0], number(0.0)) if is_whole else cast(args[0], to, "floordiv() or /")
 
 
 def _number(text: str) -> Node:

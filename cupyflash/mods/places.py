@@ -65,10 +65,6 @@ def _text(node: Node, of: list[_Text]) -> _Text:
     if node.op == "load":
         return _Text(plain)
     if node.kind == FLOAT:
-        if node.op == "*" and any(x.real and x.place for x in of):
-            factor, moving = of if of[1].place else of[::-1]
-            if "inf()" not in factor.plain:  # times the part that is 0 that would be NaN
-                return _Text(f"times({factor.plain}, {moving.place})")
         return _Text((of and _by_number(node, reals[0], of[0].rounded)) or written(node, reals))
     if node.kind == BOOL:
         return _Text(written(node, places) if moves and node.op in COMPARE else plain)

@@ -27,7 +27,6 @@ __device__ __forceinline__ Dual operator*(Dual a, Dual b) {
 // Of a constant nothing is added: 0 * inf would be NaN.
 __device__ __forceinline__ Dual operator*(Dual a, float b) { return {a.x * b, a.d * b}; }  // @times-a-constant
 __device__ __forceinline__ Dual operator*(float a, Dual b) { return b * a; }
-__device__ __forceinline__ Dual times(Dual a, Place b) { return a * real(b); }
 __device__ __forceinline__ Dual operator-(Dual a) { return {-a.x, -a.d}; }
 __device__ __forceinline__ bool operator<(Dual a, Dual b) { return a.x < b.x; }
 __device__ __forceinline__ bool operator>(Dual a, Dual b) { return a.x > b.x; }
@@ -102,7 +101,7 @@ __device__ __forceinline__ Dual power_by_base(Dual a, float b, float y) {
                                                    : ptx::infinity(),
                 within = near_quotient(y, a.x);
     const float below = a.x == 0.f || fabsf(a.x) == ptx::infinity() ? edge : within;  // @edges-of-a-power
-    return chain(a, y, b == 0.f ? 0.f : b * below);
+    return b == 0.f ? Dual{y, 0.f} : chain(a, y, b * below);
 }
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {

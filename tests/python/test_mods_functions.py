@@ -259,16 +259,29 @@ def test_arrays_are_indexed_one_dimension_after_the_other() -> None:
         assert bind(mod, None, None)[0] == bind("score + TABLE[h][k]", None, {"TABLE": TABLE})[0]
 
 
-def test_dtypes_of_integers_and_bools() -> None:
-    def text(mod: Callable[..., Any]) -> str:
-        return bind(mod, None, None)[0].removeprefix("score_mod ")
+def text(mod: Callable[..., Any]) -> str:
+    return bind(mod, None, None)[0].removeprefix("score_mod ")
 
+
+def test_dtypes_of_integers_and_bools() -> None:
     assert text(lambda s, b, h, q, k: s + q.long() + q.to(np.int32).float()) == "((score + q) + q)"
     assert text(lambda s, b, h, q, k: s * (q >= k).int()) == "(score * ((q >= k) + 0))"
     assert text(lambda s, b, h, q, k: s * q.bool()) == "(score * (q != 0))"
     assert text(lambda s, b, h, q, k: s.new_zeros(()) + q.new_ones([]) + s.new_full((), -2.5)) == (
         "((0.0f + 1) + (-2.5f))"
     )
+
+
+def test_booleans_are_as_in_libraries() -> None:
+    """Two of them make one, where C++ counts."""
+    assert text(lambda s, b, h, q, k: s * ((q >= k) + (k > 3))) == "(score * ((q >= k) || (k > 3)))"
+    assert text(lambda s, b, h, q, k: np.where(~((q >= k) * (k > 3)), s, -1.0)) == (
+        "((!((q >= k) && (k > 3))) ? score : (-1.0f))"
+    )
+    assert text(lambda s, b, h, q, k: s * np.minimum(q >= k, k > 3)) == "(score * ((q >= k) && (k > 3)))"
+    assert text(lambda s, b, h, q, k: s * np.maximum(q >= k, k > 3)) == "(score * ((q >= k) || (k > 3)))"
+    assert text(lambda s, b, h, q, k: s * ((q >= k).add(k > 3))) == "(score * ((q >= k) || (k > 3)))"
+    assert text(lambda s, b, h, q, k: s * ((q >= k) + 1)) == "(score * ((q >= k) + 1))"
 
 
 REFUSED: list[tuple[Callable[..., Any], str]] = [
@@ -280,6 +293,7 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, q, k: s.add(None), "add: expected values"),
     (lambda s, b, h, q, k: s.new_ones(3), r"new_ones: expected one value, of size \(\), got 3"),
     (lambda s, b, h, q, k: s.long(), "expected a dtype of floats for a float, got long; use floor"),
+    (lambda s, b, h, q, k: s * ((q > k) - (k > 3)), "-: expected numbers, got two booleans; use \\^"),
     (lambda s, b, h, q, k: s.div(2, rounding_mode="up"), "div: expected a rounding_mode of None, 'floor' or 'trunc'"),
     (lambda s, b, h, q, k: s + TABLE, "TABLE: expected an index for each of its 2 dimensions, got 0"),
     (lambda s, b, h, q, k: s + TABLE[h], "TABLE: expected an index for each of its 2 dimensions, got 1"),

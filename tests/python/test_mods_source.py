@@ -59,8 +59,8 @@ def refused(structs: list[str]) -> set[int]:
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
-        ("score + 0.5f * (k - q)", "(score + times(0.5f, (at_k - at_q)))"),
-        ("(k - q + 3) * score", "times(score, ((at_k - at_q) + Place(3)))"),
+        ("score + 0.5f * (k - q)", "(score + (0.5f * real((at_k - at_q))))"),
+        ("(k - q + 3) * score", "(real(((at_k - at_q) + Place(3))) * score)"),
         ("score - inf * (k - q)", "(score - (inf() * real((at_k - at_q))))"),
         ("score / (1 + abs(q - k))", "divide(score, (1 + abs((q - k))))"),
         ("score - abs(q - k)", "(score - abs(real((at_q - at_k))))"),
