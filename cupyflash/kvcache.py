@@ -62,7 +62,7 @@ def attention_with_cache(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, or with `cu_seqlens_q` ``(total_q, heads_q, head_dim)``: one query
             a sequence or some hundred. A library, dtype and head_dim that `attention` takes; NumPy arrays are computed
-            on the CPU. On a GPU in memory of its own, not in a cache that this call appends to.
+            on the CPU. On a GPU in memory of its own, not in a cache that this call appends to; so k and v.
         k_cache, v_cache: ``(batch, capacity, heads_k, head_dim)``, or with `block_table` the pages of a pool,
             ``(pages, page_size, heads_k, head_dim)``, of any page size: arrays like q, with any strides but along the
             last dimension (a cache ``(batch, heads, capacity, head_dim)`` is given as ``x.swapaxes(1, 2)``). v_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ from numpy.typing import NDArray
 
 from . import options
 from .arrays.adapters import CUPY, NUMPY, TORCH, Native
-from .arrays.libraries import library_of
+from .arrays.libraries import TORCH_SUBCLASS, library_of
 from .arrays.vetting import vet_tensor
 from .cache.pool import Pool, Tokens
-from .cache.tables import Tables
+from .cache.tables import Tables, lasting
 from .errors import ArgumentError, UnsupportedError
 from .problem import DTYPES, check_head_dim
 
@@ -77,7 +78,7 @@ class PagedCache:
         Raises:
             ArgumentError, UnsupportedError: an argument is wrong; the message says which.
         """
-        self._library = _native(like)
+        self._library, like = _native(like)
         own = self._library.dtype_name(like.dtype)
         if own not in DTYPES:
             raise ArgumentError(f"like: expected an array of a floating-point dtype ({', '.join(DTYPES)}), got {own}")
@@ -94,7 +95,8 @@ class PagedCache:
         self.pages_per_sequence = pages if most is None else min(pages, -(-most // self.page_size))
         self.capacity = self.page_size * self.pages_per_sequence
         shape = layers, pages, self.page_size, heads_k
-        self.k, self.v = (self._library.empty((*shape, width), dtype or own, like) for width in widths)
+        with lasting(self._library):
+            self.k, self.v = (self._library.empty((*shape, width), dtype or own, like) for width in widths)
         self._pool = Pool(pages, self.page_size, most)
         self._tables = Tables(self._library, self.k, self.pages_per_sequence)
 
@@ -153,13 +155,18 @@ class PagedCache:
         chosen = self._pool.chosen(numbers)
         found = self._tables.ready(into, len(chosen), listed=listed)
         used = _lengths(chosen)
-        for old, new in self._pool.grow(numbers, chosen, each):
-            for x in (self.k, self.v):
-                x[:, new] = x[:, old]
-        arrays = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
-        if listed:
-            arrays["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
-        self._tables.write(found, arrays)
+        copies = self._pool.grow(numbers, chosen, each)
+        try:
+            for old, new in copies:
+                for x in (self.k, self.v):
+                    x[:, new] = x[:, old]
+            arrays = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
+            if listed:
+                arrays["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
+            self._tables.write(found, arrays)
+        except BaseException:  # of the arrays' library, or an interrupt
+            self._pool.shrink(chosen, used.tolist(), copies)
+            raise
         return found
 
     def places(self, sequences: Sequence[int], into: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -178,15 +185,18 @@ class PagedCache:
         return length
 
 
-def _native(like: Any) -> Native:
+def _native(like: Any) -> tuple[Native, Any]:
+    """Its library, and the array, of the library's own class."""
     library = library_of("like", like)
+    if library is TORCH_SUBCLASS:  # which computes as torch does
+        library, like = TORCH, like.as_subclass(sys.modules["torch"].Tensor)
     if library is TORCH:
         vet_tensor("like", like)
     if library not in (NUMPY, CUPY, TORCH):
         raise UnsupportedError(
             f"like: expected an array of NumPy, CuPy or PyTorch, got one of {library.name}, which cannot be written"
         )
-    return library
+    return library, like
 
 
 def _at_least_one(name: str, x: Any) -> int:

@@ -51,6 +51,10 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
     named_outs, named_lses = _named("outs", outs), _named("lses", lses)
     named = {**named_outs, **named_lses}  # which torch 2.4 compiles
     library = common_library(**named)
+    if library is TORCH:
+        for name, x in named.items():
+            if x.layout is not torch_itself().strided:
+                raise ArgumentError(f"{name}: expected a dense tensor, got layout {x.layout}; give x.to_dense()")
     if isinstance(library, Foreign) and library is not JAX and library.name != TORCH.name:
         found = combine(*(_adopted(library, x) for x in (outs, lses)))
         first = next(iter(named.values()))

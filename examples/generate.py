@@ -143,7 +143,7 @@ def recomputed(model: Model, text: list[int]) -> int:
 def generate(library: str, prompts: tuple[str, ...], count: int) -> list[str]:
     """Each prompt with `count` letters more; the first twice, from one copy of its keys and values."""
     model = Model(library)
-    engine = Cached(model)
+    engine = Cached(model, pages=max(256, (len(prompts) + 1) * MOST // 16))
     texts = [[LETTERS.index(letter) for letter in prompt] for prompt in prompts]
     sequences = [engine.cache.allocate() for _ in texts]
     new = engine.step(sequences, texts)

@@ -65,7 +65,7 @@ class Pool:
         self._sequences: dict[int, Tokens] = {}
         self._next = 0
 
-    def of(self, sequence: Any) -> Tokens:
+    def of(self, sequence: Any, name: str = "sequence") -> Tokens:
         """The sequence of this number.
 
         Raises:
@@ -75,13 +75,13 @@ class Pool:
         tokens = self._sequences.get(int(sequence)) if is_number else None
         if tokens is None:
             raise ArgumentError(
-                f"sequence: expected a number that allocate or fork gave, and not freed, got {sequence!r}"
+                f"{name}: expected a number that allocate or fork gave, and not freed, got {sequence!r}"
             )
         return tokens
 
     def chosen(self, sequences: Sequence[Any]) -> list[Tokens]:
         """Several, each once."""
-        found = [self.of(sequence) for sequence in sequences]
+        found = [self.of(sequence, "sequences") for sequence in sequences]
         if len(set(sequences)) != len(sequences):
             raise ArgumentError(f"sequences: expected each once, got {list(sequences)}")
         return found
@@ -129,6 +129,19 @@ class Pool:
                 "truncate a sequence, append to fewer at a time, or make the pool larger"
             )
         return [copy for tokens, count in zip(chosen, counts, strict=True) for copy in self._extend(tokens, count)]
+
+    def shrink(self, chosen: Sequence[Tokens], lengths: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """What `grow` did is taken back: sequences have these lengths again, and the pages that were to be copied."""
+        old_of = {new: old for old, new in copies}
+        for tokens, length in zip(chosen, lengths, strict=True):
+            self.shorten(tokens, length)
+            if length and (old := old_of.get(int(tokens.last))) is not None:
+                (new,) = tokens.cut(tokens.count - 1)
+                tokens.add(np.array([old], np.int32))
+                self.owners[old] += 1
+                self.owners[new] = 0
+                self._stack[self.free] = new
+                self.free += 1
 
     def table(self, chosen: Sequence[Tokens]) -> Integers:
         """The pages of each, as wide as the longest has; entries behind its last are 0."""

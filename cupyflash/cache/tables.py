@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.adapters import Native, place
+from ..arrays.adapters import TORCH, Native, place
 from ..arrays.libraries import library_of
 from ..errors import ArgumentError
+
+
+def lasting(library: Native) -> AbstractContextManager[Any]:
+    """Within it, new arrays can be written at any time: torch's of inference_mode could not be outside of it."""
+    return sys.modules["torch"].inference_mode(False) if library is TORCH else nullcontext()
 
 
 class Tables:
@@ -34,8 +41,9 @@ class Tables:
         if listed:
             shapes["cu_seqlens_q"] = (sequences + 1,)
         if into is None:
-            table = {"block_table": self.library.full(shapes.pop("block_table"), 0, self.like)}
-            return table | {name: self.library.empty(shape, "int32", self.like) for name, shape in shapes.items()}
+            with lasting(self.library):
+                table = {"block_table": self.library.full(shapes.pop("block_table"), 0, self.like)}
+                return table | {name: self.library.empty(shape, "int32", self.like) for name, shape in shapes.items()}
         if not isinstance(into, dict):
             raise ArgumentError(
                 f"into: expected None or what a call for {sequences} sequences returned, got "

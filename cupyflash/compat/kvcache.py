@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.writes import Lies, check_caches_apart
 from ..errors import ArgumentError
 from ..kvcache import attention_with_cache
 from ..options import flag, whole
+from ..torch.followed import is_followed
 from .options import Given
 from .rotary import apply_rotary_emb
 from .tensors import head_dim_of, integers, narrowed, readied, to_theirs
@@ -59,6 +61,7 @@ def flash_attn_with_kvcache(
     del keywords["deterministic"]
     _check_tensors(q, k_cache, v_cache, rotary_cos, rotary_sin)
     _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    _check_shapes(q, k_cache, k, v, cache_seqlens)
     rotary_interleaved = flag("rotary_interleaved", rotary_interleaved)
     places = {
         "cache_batch_idx": None if cache_batch_idx is None else integers("cache_batch_idx", cache_batch_idx),
@@ -72,15 +75,14 @@ def flash_attn_with_kvcache(
         num_splits = whole("num_splits", num_splits)
     with torch.no_grad():
         if cache_leftpad is not None:
-            pad = integers("cache_leftpad", cache_leftpad)
-            if pad.shape != q.shape[:1]:
-                raise ArgumentError(f"cache_leftpad: expected integers of shape ({len(q)},), got {tuple(pad.shape)}")
-            places["kv_range"] = torch.stack((pad, torch.full_like(pad, capacity)), dim=1)
+            places["kv_range"] = _range_behind(cache_leftpad, len(q), capacity)
         keywords |= {"cache_seqlens": used, **places}
         if cache_batch_idx is None and block_table is None:
             k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
         q, k, tables = _turned(q, k, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
         ready = readied(q, k_cache, v_cache, "_cache")
+        if k is not None and ready[1] is not k_cache and not is_followed():  # padded copies, which are always apart
+            check_caches_apart(_lies(k_cache), _lies(v_cache))
         if k is not None and v is not None:
             _, keywords["k"], keywords["v"] = readied(q, k, v)
             if head_dim_of(v) != head_dim_v:
@@ -150,6 +152,33 @@ def _check_tensors(q: Any, k_cache: Any, v_cache: Any, cos: Any, sin: Any) -> No
         raise ArgumentError(
             f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}; cupyflash.attention_with_cache takes "
             "caches of 8 bits, with scales"
+        )
+
+
+def _range_behind(leftpad: Any, batch: int, capacity: int) -> Tensor:
+    """`kv_range` of the rows behind those that do not count."""
+    pad = integers("cache_leftpad", leftpad)
+    if pad.shape != (batch,):
+        raise ArgumentError(f"cache_leftpad: expected integers of shape ({batch},), got {tuple(pad.shape)}")
+    if pad.device.type == "cpu" and not is_followed() and bool(((pad < 0) | (pad > capacity)).any()):
+        raise ArgumentError(f"cache_leftpad: expected 0 to {capacity}, the rows of the cache, got {pad.tolist()}")
+    return torch.stack((pad, torch.full_like(pad, capacity)), dim=1)
+
+
+def _lies(x: Tensor) -> Lies:
+    size = x.element_size()
+    return Lies(x.data_ptr(), tuple(x.shape), tuple(size * step for step in x.stride()), size)
+
+
+def _check_shapes(q: Tensor, k_cache: Tensor, k: Any, v: Any, lengths: Any) -> None:
+    """Refuse new rows and lengths of another batch before anything is rotated."""
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Tensor) and (x.dim() != 4 or len(x) != len(q) or x.shape[2] != k_cache.shape[2]):
+            expected = f"({len(q)}, seqlen_new, {k_cache.shape[2]}, head_dim)"
+            raise ArgumentError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+    if isinstance(lengths, Tensor) and lengths.dim() and lengths.shape != q.shape[:1]:
+        raise ArgumentError(
+            f"cache_seqlens: expected an integer, or integers of shape ({len(q)},), got shape {tuple(lengths.shape)}"
         )
 
 

@@ -8,7 +8,7 @@ caches of 8 bits K = k_scale * k_cache, V = v_scale * v_cache, and new rows are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +47,8 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
     read_by_mods = tuple(arrays[name] for name in MOD_ARRAYS if name in arrays)
     of = Features(by_element=True, mod_arrays=read_by_mods, **given)
-    for part in sequences:
-        _append(arrays, p, part)
+    if "k" in arrays:
+        _append(arrays, p, sequences)
     for part in sequences:
         b, rows = part.number, (part.rows if p.packed else part.number)
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
@@ -73,10 +73,19 @@ def _shown(arrays: Mapping[str, Array], p: CacheProblem, part: Part, queries: in
     return np.pad(found, ((0, 0), (0, 0), (queries - (end - first), 0), (0, 0)))
 
 
-def _append(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> None:
-    """Write the new rows of one sequence behind those in use."""
-    if not part.new:
-        return
+def _append(arrays: Mapping[str, Array], p: CacheProblem, sequences: Sequence[Part]) -> None:
+    """Write the new rows of each sequence behind those in use, all or none: they are made before the first is written,
+    and copied if they lie in a cache."""
+    caches = [arrays[f"{name}_cache"] for name in "kv"]
+    are_apart = not any(np.may_share_memory(arrays[name], x) for name in "kv" for x in caches)
+    made = [_new_rows(arrays, p, part) for part in sequences]
+    for at, rows in made if are_apart else [(at, [x.copy() for x in rows]) for at, rows in made]:
+        for cache, x in zip(caches, rows, strict=True):
+            cache.view(x.dtype)[at] = x
+
+
+def _new_rows(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> tuple[tuple[Array, Array], list[Array]]:
+    """Where the new rows of a sequence go in the caches, and those of k and of v."""
     new = part.rows if p.packed else part.number
     k, v = arrays["k"][new], arrays["v"][new]
     if p.stored:
@@ -84,13 +93,10 @@ def _append(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> None:
     if "rotary_cos" in arrays:
         k = rotated(k, arrays["rotary_cos"], arrays["rotary_sin"], part.used, p.rotary_interleaved)
     fit = min(part.new, p.capacity - part.used)
-    at = places(p, arrays, part.number, part.used + np.arange(fit))
-    for name, rows in (("k", k[:fit]), ("v", v[:fit])):
-        cache = arrays[f"{name}_cache"]
-        if p.stored:
-            rows = quantized(rows, _scales(name, p, arrays, at[0]), p.stored)
-            cache = cache.view(rows.dtype)
-        cache[at] = rows
+    at, rows = places(p, arrays, part.number, part.used + np.arange(fit)), [k[:fit], v[:fit]]
+    if p.stored:
+        rows = [quantized(x, _scales(name, p, arrays, at[0]), p.stored) for name, x in zip("kv", rows, strict=True)]
+    return at, rows
 
 
 def _scales(name: str, p: CacheProblem, arrays: Mapping[str, Array], slots: Array | int) -> Array:
@@ -128,6 +134,7 @@ def rotated(x: Array, cos: Array, sin: Array, first: int, interleaved: bool) -> 
     result = x.copy()
     pairs = [slice(0, 2 * half, 2), slice(1, 2 * half, 2)] if interleaved else [slice(half), slice(half, 2 * half)]
     a, b = (x[:known, :, columns].astype(accumulate) for columns in pairs)
-    result[:known, :, pairs[0]] = a * c - b * s
-    result[:known, :, pairs[1]] = a * s + b * c
+    with np.errstate(all="ignore"):  # as the kernels do with NaN and inf
+        result[:known, :, pairs[0]] = a * c - b * s
+        result[:known, :, pairs[1]] = a * s + b * c
     return result

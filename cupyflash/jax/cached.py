@@ -20,7 +20,7 @@ from ..cache.problem import CacheProblem
 from ..cache.values import check_length
 from ..errors import UnsupportedError
 from ..gpu import device as gpu
-from ..launch import cached, prefill
+from ..launch import cached, cached_checks, prefill
 from ..launch.passes import WITH_LSE, contiguous_strides
 from ..launch.prepare import family
 from ..plan.decode import dtypes_over
@@ -164,7 +164,7 @@ def _keys(arrays: Sequence[Any], device: int) -> list[tuple[Any, ...]]:
 
 def _problem(arrays: Mapping[str, Any], options: CacheOptions) -> CacheProblem:
     """All checks of shapes and dtypes."""
-    return cached.check(Buffers(), arrays, _keys(tuple(arrays.values()), CPU), options)[0]
+    return cached_checks.check(Buffers(), arrays, _keys(tuple(arrays.values()), CPU), options)[0]
 
 
 def _results(static: _Static, arrays: Sequence[Any], problem: CacheProblem) -> list[jax.ShapeDtypeStruct]:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from ..arrays.adapters import CPU, TORCH, Native, Signature, place
+from ..arrays.adapters import CPU, TORCH, Native, Signature
 from ..arrays.readable import check_addresses, unreadable, vet_all
-from ..cache.arrays import BY_NAME, CACHE
-from ..cache.checks import CacheOptions, make_cache_problem
+from ..cache.arrays import BY_NAME
+from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
-from ..cache.values import PLACES, check_length, check_values
-from ..cache.writes import check_caches_apart, check_rows_apart
+from ..cache.values import check_length, check_values
+from ..cache.writes import Lies, check_caches_apart
 from ..cpu import cache
 from ..errors import FROM_ELSEWHERE, ArgumentError
 from ..gpu.device import Device
 from ..plan.prefill import Way, way_of
 from . import attending, decode, last_cached, prefill
 from .alignment import cache_aligned_at
+from .cached_checks import check, lengths, on_their_way
 from .kept import Kept
 from .made import copied
 from .passes import is_contiguous
@@ -27,6 +26,7 @@ from .prepare import family
 from .variables import is_debug, wish
 
 _MAX_CALLS = 1024
+_CACHES = "k_cache", "v_cache"
 Decided = tuple[Way | None] | tuple[()]
 
 
@@ -40,9 +40,12 @@ class _Kept:
         forms: of what it makes, from its first run on.
         way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
         attending: that forward, once the call was made before; runs: how often it was, until then.
+        reach: how many bytes a cache that is appended to takes, gaps included; 0 where none is. apart: how far the
+            caches that were looked at last are from each other, which have no memory in common.
     """
 
     recent = False
+    reach = 0
     attending: attending.Attending | None = None
     runs = 0
 
@@ -57,6 +60,23 @@ class _Kept:
         out = (((*problem.rows_q, of_v), problem.dtype),) if of_v else ()
         own = (*out, (problem.rows, "fp32")) if self.attends else ()
         self.made: Sequence[tuple[tuple[int, ...], str]] = (*own, *launch.made)
+        self._caches: list[Lies] = []
+        self.apart: int | None = None
+
+    def appends_to(self, signatures: Mapping[str, Signature]) -> None:
+        """The caches of this call are written."""
+        size = 1 if self.problem.stored else self.problem.itemsize
+        for name in _CACHES:
+            shape, strides, *_ = signatures[name]
+            self._caches.append(Lies(0, tuple(shape), tuple(size * step for step in strides), size))
+        self.reach = max(end - start for start, end in (x.reach for x in self._caches))
+
+    def check_apart(self, k_cache: int, v_cache: int) -> None:
+        """Raise where caches at these addresses have memory in common."""
+        if v_cache - k_cache != self.apart:  # else as the last ones lay
+            k, v = self._caches
+            check_caches_apart(k._replace(address=k_cache), v._replace(address=v_cache))
+            self.apart = v_cache - k_cache
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -92,12 +112,12 @@ def forward(
     if not in_chunks:
         aligned = _look_at_addresses(library, arrays, pointers)
     call = _call(library, arrays, keys, options, aligned, stream, decided)
-    if pointers[1] == pointers[2]:
-        check_caches_apart(call.problem)
+    if abs(pointers[2] - pointers[1]) < call.reach:
+        call.check_apart(pointers[1], pointers[2])
     if length is not None:
         check_length(call.problem, length)
     if is_debug():
-        check_values(call.problem, _on_their_way(library, arrays) | _lengths(call.problem, length))
+        check_values(call.problem, on_their_way(library, arrays) | lengths(call.problem, length))
     copies = copied(library, arrays.values(), call.copied, pointers) if call.copied else ()  # which live until launched
     made = _made(library, call, arrays, pointers)
     call.launch(pointers, stream, length)
@@ -178,7 +198,10 @@ def _prepare(
     own = problem if taken is None else taken.left(problem)
     does = {"attends": attends, "dequantizes": taken is not None and taken.dequantized}
     launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, **does)
-    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], taken)
+    kept = _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], taken)
+    if problem.seqlen_new:
+        kept.appends_to(signatures)
+    return kept
 
 
 def _way(problem: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Way | None:
@@ -196,37 +219,6 @@ def _look_at_addresses(library: Native, arrays: Mapping[str, Any], pointers: Seq
     return cache_aligned_at(arrays, pointers)
 
 
-def _on_their_way(library: Native, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Copies in host memory of what says where things lie, and the other arrays' places; waits for a GPU."""
-    wait = (lambda x: x.cpu()) if library is TORCH else (lambda x: x)
-    return {name: library.to_numpy(wait(x)) if name in PLACES else np.empty(0) for name, x in arrays.items()}
-
-
-def _lengths(p: CacheProblem, length: int | None) -> dict[str, np.ndarray]:
-    """cache_seqlens of one length for all, in host memory."""
-    return {} if length is None else {"cache_seqlens": np.full(p.batch, length, np.int32)}
-
-
-def check(
-    library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions
-) -> tuple[CacheProblem, dict[str, Signature]]:
-    """All checks of the arrays by their signatures: the problem, and the signatures spelled out."""
-    found = dict(zip(arrays, keys, strict=True))
-    shapes = {name: tuple(key[0]) for name, key in found.items()}
-    problem = make_cache_problem(shapes, {name: library.dtype_name(key[2]) for name, key in found.items()}, options)
-    signatures = {name: library.describe(name, key) for name, key in found.items()}
-    device = signatures["q"].device
-    for name, signature in signatures.items():
-        if signature.device != device:
-            raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(signature.device)}")
-        last = signature.strides[-1] if signature.strides else 1
-        if BY_NAME[name].strided and last != 1 and signature.shape[-1] > 1 and 0 not in signature.shape:
-            raise ArgumentError(f"{name}: expected a stride of 1 along its last dimension, got {last}; copy it first")
-        if problem.seqlen_new and BY_NAME[name].role == CACHE:
-            check_rows_apart(name, signature.shape, signature.strides)
-    return problem, signatures
-
-
 def _on_host(
     library: Native,
     arrays: Mapping[str, Any],
@@ -238,12 +230,15 @@ def _on_host(
     """`forward` of arrays in host memory."""
     vet_all(library, arrays)
     problem, _ = check(library, arrays, keys, options)
-    if pointers[1] == pointers[2]:
-        check_caches_apart(problem)
-    plain = {name: library.to_numpy(x) for name, x in arrays.items()} | _lengths(problem, length)
+    plain = {name: library.to_numpy(x) for name, x in arrays.items()} | lengths(problem, length)
     check_values(problem, plain)
-    for name in ("k_cache", "v_cache") if "k" in arrays else ():
-        if not plain[name].flags.writeable:
-            raise ArgumentError(f"{name}: expected an array that can be written, since k is appended to it")
+    caches = [plain["k_cache"], plain["v_cache"]] if "k" in arrays else []
+    for name, x in zip(_CACHES, caches, strict=False):
+        if not x.flags.writeable:
+            raise ArgumentError(
+                f"{name}: expected an array that can be written, since k is appended to it; give a copy of it"
+            )
+    if caches and problem.seqlen_new:
+        check_caches_apart(*[Lies(x.ctypes.data, x.shape, x.strides, x.itemsize) for x in caches])
     out, lse = cache.forward(plain, problem)
     return library.from_numpy(out), library.from_numpy(lse)

@@ -28,6 +28,8 @@ class _Call(Protocol):
     launch: CacheCall
     forms: Forms
     attends: bool
+    reach: int
+    apart: int | None
     attending: Attending | None
 
 
@@ -73,7 +75,10 @@ def again(
         pointer = x.data_ptr()
         bits |= pointer
         pointers.append(pointer)
-    if bits & 15 or 0 in pointers or pointers[1] == pointers[2]:  # also caches that are one, which is refused
+    if bits & 15 or 0 in pointers:
+        return None
+    apart = pointers[2] - pointers[1]
+    if abs(apart) < last.call.reach and apart != last.call.apart:  # caches that may have memory in common
         return None
     if length is not None and room is None:
         check_length(last.call.problem, length)

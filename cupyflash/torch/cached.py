@@ -16,9 +16,11 @@ from ..arrays.adapters import TORCH
 from ..cache.arrays import CACHE, CACHE_ARRAYS, RESULT
 from ..cache.checks import CacheOptions
 from ..errors import UnsupportedError
-from ..launch import cached, last_cached
+from ..launch import cached, cached_checks, last_cached
+from ..operand import MOD_ARRAYS
 from .followed import are_transforms_active, is_compiling, is_followed
 from .ops import LIBRARY, SYMBOLS
+from .vetting import vet_dual
 
 _INPUTS = tuple(row for row in CACHE_ARRAYS if row.role != RESULT)
 _OPTIONS = (
@@ -49,8 +51,10 @@ def attention_with_cache(
     """
     if torch.is_grad_enabled():
         _refuse_gradients(arrays)
-    if not is_compiling() and not is_followed():
-        return cached.forward(TORCH, arrays, options, length, want_lse=want_lse)
+    if not is_compiling():
+        if not is_followed():
+            return cached.forward(TORCH, arrays, options, length, want_lse=want_lse)
+        vet_dual({name: x for name, x in arrays.items() if isinstance(x, Tensor)})
     if not is_compiling() and are_transforms_active():
         raise UnsupportedError(
             "q: attention over a cache has no rule for the transforms of torch.func; call it outside"
@@ -72,6 +76,7 @@ def again(
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
     for name, x in arrays.items():
         if isinstance(x, Tensor) and x.requires_grad:
+            name = "mod_arrays" if name in MOD_ARRAYS else name
             raise UnsupportedError(
                 f"{name}: expected a tensor without requires_grad, since attention over a cache has no gradients; "
                 f"call under torch.no_grad(), give {name}.detach(), or use `attention`"
@@ -100,7 +105,7 @@ def _fake(*values: Any) -> tuple[Tensor, Tensor]:
     arrays, options, _ = _read(values)
     q = arrays["q"]
     if not any(isinstance(n, SYMBOLS) for n in (*_flat(options), *(n for x in arrays.values() for n in x.shape))):
-        cached.check(TORCH, arrays, [TORCH.signature(x) for x in arrays.values()], options)
+        cached_checks.check(TORCH, arrays, [TORCH.signature(x) for x in arrays.values()], options)
     *batch, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:-1], arrays["v_cache"].shape[-1]))

@@ -462,6 +462,12 @@ def test_a_table_behind_the_last_page_in_use_may_hold_anything() -> None:
         ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad: expected integers of shape \(2,\), got \(1,\)"),
         ({"block_table": torch.tensor([0])}, "block_table: expected a torch.Tensor of two dimensions of integers"),
         ({"cache_batch_idx": torch.tensor([0.0, 1.0])}, "cache_batch_idx: expected a torch.Tensor of one dimension"),
+        ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, r"cache_seqlens: .* of shape \(2,\), got shape \(3,\)"),
+        (
+            {"k": torch.zeros(3, 5, 2, 16), "v": torch.zeros(3, 5, 2, 16)},
+            r"k: expected shape \(2, seqlen_new, 2, head_dim",
+        ),
+        ({"cache_leftpad": torch.tensor([0, 33])}, r"cache_leftpad: expected 0 to 32, .* got \[0, 33\]"),
         ({"softmax_scale": "1"}, "^softmax_scale: expected a number or None, got '1'"),
         ({"num_splits": float("nan")}, "num_splits: expected an integer, got nan"),
         ({"k_cache": torch.zeros(16)}, r"k_cache: expected 4 dimensions, got shape \(16,\)"),

@@ -304,8 +304,7 @@ def test_it_is_the_same_attention(
         def append(*given: Any) -> list[Any]:
             own = {name: np.array(y) for name, y in zip(static.names, given, strict=True)}
             problem = cached._problem(own, options)
-            for part in parts(problem, own):
-                cache._append(own, problem, part)
+            cache._append(own, problem, list(parts(problem, own)))
             found = [own["k_cache"], own["v_cache"]]
             if "rotary_cos" in own:
                 turns = own["rotary_cos"], own["rotary_sin"]

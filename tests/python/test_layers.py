@@ -64,9 +64,9 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op trees cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "key_ranges cached last_cached attending prefill constants decode block growing run find where staging "
-    "pieces on_cpu seeds clocks cached_params prepare last series made alignment prepared filled checks brought packed "
-    "passes template counters kept variables",
+    "launch": "key_ranges cached cached_checks last_cached attending prefill constants decode block growing run find "
+    "where staging pieces on_cpu seeds clocks cached_params prepare last series made alignment prepared filled checks "
+    "brought packed passes template counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
     "plan": "shipped_cache shipped key_ranges decode prefill families sm90 sm80 forward_sm80 turing tiles_fp32 family "
     "extents first_shares sections decode_stored decode_fp32 decode_elements decode_shares splits lists numbers "

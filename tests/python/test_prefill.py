@@ -15,7 +15,7 @@ from cupyflash.bias import WHOLE, Bias
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
-from cupyflash.launch import cached, prefill
+from cupyflash.launch import cached, cached_checks, prefill
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
 from cupyflash.plan.prefill import Lie, Way, dequantized, problem_of, spec_of, way_of
@@ -246,7 +246,7 @@ def test_it_is_the_same_attention(features: dict[str, Any], appends: bool, rng: 
     )
     arrays = x | new | given
     keys = [NUMPY.signature(a) for a in arrays.values()]
-    problem, _ = cached.check(NUMPY, arrays, keys, options)
+    problem, _ = cached_checks.check(NUMPY, arrays, keys, options)
     found = prefill.attend(NUMPY, arrays, problem, options, Way())
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
@@ -334,7 +334,7 @@ def test_torch_tensors(rng: np.random.Generator) -> None:
     x |= {name: rng.standard_normal((3, 200, 2, 16)) for name in ("k_cache", "v_cache")}
     arrays = {name: torch.from_numpy(a) for name, a in x.items()}
     options = make_cache_options(True, None, None, None, False, None, False)
-    problem, _ = cached.check(TORCH, arrays, [TORCH.signature(a) for a in arrays.values()], options)
+    problem, _ = cached_checks.check(TORCH, arrays, [TORCH.signature(a) for a in arrays.values()], options)
     found = prefill.attend(TORCH, arrays, problem, options, Way())
     expected = attention_with_cache(**x, causal=True, return_lse=True)
     for a, b in zip(found, expected, strict=True):
