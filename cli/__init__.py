@@ -49,7 +49,14 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[WANTS_JSON] = "--json" in args and args[0] != "run"  # whose script may have such an option
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as e:
+            emit_error(ctx, e.format_message(), Exit.USAGE)
+            raise
+        except OSError as e:  # of --help and --version
+            self._not_written(ctx, e)
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what cupyflash raises on purpose becomes a message and an exit code, not a traceback."""
@@ -65,8 +72,13 @@ class Commands(click.Group):
             click.echo("interrupted", err=True)
             self._end(ctx, "interrupted", Exit.INTERRUPTED)
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            self._not_written(ctx, e)
+            raise
+
+    @staticmethod
+    def _not_written(ctx: click.Context, e: OSError) -> None:
+        """End where a disk is full."""
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
             click.echo(f"error: {e.strerror}: not all could be written", err=True)
             ctx.exit(Exit.UNSUPPORTED)
 

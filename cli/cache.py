@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -112,6 +113,8 @@ def clear(precompiled: bool, yes: bool, as_json: bool) -> None:
     entries = store.entries()
     if precompiled:
         entries += [e for found in store.layers().values() for e in found]
+    if entries and not yes and sys.stdin is None:
+        raise click.UsageError("there is nobody to ask; give --yes")
     if entries and not yes:
         click.confirm(
             f"Remove {counted(len(entries), 'kernel')} ({gib(_size(entries))}) from {store.path}?", abort=True, err=True

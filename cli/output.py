@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import io
 import json as json_module
 import logging
 import math
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +58,9 @@ def explain(error: errors.CupyflashError) -> None:
 
 def human(json: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr while a JSON document has stdout to itself."""
+    stream = sys.stderr if json else sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")  # letters of a path that its encoding does not have
     console = Console(stderr=json, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

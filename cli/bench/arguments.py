@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def check_plot(path: Path | None) -> None:
         raise click.BadParameter("matplotlib is missing: pip install 'cupyflash[plot]'", param_hint="--plot") from None
 
 
+def or_zero(ctx: click.Context, option: click.Parameter, value: int | None) -> int:
+    """For a number that is not given: cells have 0 then."""
+    return value or 0
+
+
 def check_lengths(seqlens: tuple[int, ...]) -> None:
     """Are these lengths of sequences?"""
     for n in seqlens:
@@ -88,7 +94,7 @@ def check_writable(option: str, path: Path | None) -> None:
     """Can the file be written? One that is there stays as it is."""
     if path is None:
         return
-    is_new = not path.exists()
+    is_new = not os.path.exists(path)  # of one that nobody may look for, too
     try:
         path.open("ab").close()
         if is_new:

@@ -30,7 +30,7 @@ from . import numpy_work as bench_numpy
 from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
-from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
+from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells, or_zero
 from .cell import CPU, DIRECTIONS, FLOP_FORMULA, ORDERED, OURS, PLAIN, SM80
 from .contestants import works_of
 from .decode import check_together, decode_options
@@ -56,7 +56,7 @@ from .work import PEERS, Bench
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
              help="Sizes of a head.")  # fmt: skip
-@click.option("--head-dim-v", type=click.IntRange(0, MAX_HEAD_DIM), default=0, help="Of v.  [default: as --head-dim]")
+@click.option("--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM), callback=or_zero, help="Of v; default: --head-dim.")
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="[default: bf16; fp16 on Turing]")
 @click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
 @list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")

@@ -67,7 +67,8 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 
 def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     """Of q, k, v and out, in the layout asked for."""
-    batch, d, d_v = options["batch"], options["head_dim"], options["head_dim_v"] or options["head_dim"]
+    batch, d, d_v = options["batch"], options["head_dim"], options["head_dim_v"]
+    d_v = d if d_v is None else d_v
     pairs = [
         (options[f"seqlen_{x}"], options[f"heads_{x}"], width)
         for x, width in (("q", d), ("k", d), ("k", d_v), ("q", d_v))

@@ -68,7 +68,7 @@ def check_options(context: click.Context) -> None:
 def problem_of(options: dict[str, Any]) -> CacheProblem:
     """The call, of bshd arrays that are contiguous."""
     batch, capacity, page, d = (options[name] for name in ("batch", "seqlen", "page_size", "head_dim"))
-    d_v = options["head_dim_v"] or d
+    d_v = d if options["head_dim_v"] is None else options["head_dim_v"]
     heads_q, heads_k = (options[f"heads_{x}"] or options["heads"] for x in "qk")
     rows = 1 if options["seqlen_q"] is None else options["seqlen_q"]
     slots, slot_rows = (batch, capacity) if page is None else (batch * -(-capacity // page), page)

@@ -53,7 +53,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="[default: bf16; fp16 on Turing]")
 @click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--head-dim-v", type=int, default=0, help="Of v.  [default: as --head-dim]")
+@click.option("--head-dim-v", type=int, help="Of v.  [default: as --head-dim]")
 @click.option("--batch", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--seqlen", type=click.IntRange(0), default=4096, show_default=True, help="Of q and of k.")
 @click.option("--seqlen-q", type=click.IntRange(0), default=None, help="Where q's differs.")

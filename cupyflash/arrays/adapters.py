@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError
 from .imported import is_instance
 from .signature import CPU as CPU
+from .signature import FULL_NAMES
 from .signature import Signature as Signature
 from .signature import place as place
 from .tensors import TORCH as TORCH
@@ -67,6 +68,11 @@ class Numpy:
 
     def dtype_name(self, dtype: Any) -> str:
         return _NUMPY_NAMES.get(dtype) or str(dtype)  # which takes NumPy 4 us
+
+    def cast(self, label: str, dtype: str) -> str:
+        """How a user makes an array of this name one of another dtype."""
+        kind = FULL_NAMES.get(dtype, dtype)
+        return f"{label}.astype(ml_dtypes.bfloat16)" if dtype == "bf16" else f'{label}.astype("{kind}")'
 
     def pointer(self, x: Any) -> int:
         """The address of the first element."""

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 CPU = -1  # the device of arrays in host memory
+FULL_NAMES = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+}  # of dtypes, as libraries have them
 
 
 def place(device: int) -> str:

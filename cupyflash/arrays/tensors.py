@@ -12,7 +12,7 @@ import numpy as np
 
 from . import torch_private
 from .imported import is_instance
-from .signature import CPU, Signature
+from .signature import CPU, FULL_NAMES, Signature
 
 # What makes tensors, of which arguments each, and on which GPU; a NamedTuple would take longer to read.
 Forms = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], int]
@@ -34,8 +34,7 @@ class Torch:
     @functools.cached_property
     def _dtypes(self) -> dict[str, Any]:
         torch = sys.modules["torch"]
-        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-        kinds |= {name: name for name in ("int32", "int8", "float8_e4m3fn")}
+        kinds = FULL_NAMES | {name: name for name in ("int32", "int8", "float8_e4m3fn")}
         return {name: getattr(torch, kind) for name, kind in kinds.items()}
 
     @functools.cached_property
@@ -62,6 +61,9 @@ class Torch:
 
     def dtype_name(self, dtype: Any) -> str:
         return self._names.get(dtype) or str(dtype).removeprefix("torch.")
+
+    def cast(self, label: str, dtype: str) -> str:
+        return f"{label}.to(torch.{FULL_NAMES.get(dtype, dtype)})"
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()

@@ -51,6 +51,8 @@ def facts_of(path: Path) -> dict[str, Any] | None:
     Raises:
         OSError: if it cannot be read.
     """
+    if not path.is_file():  # a pipe would wait for somebody
+        return None
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

@@ -116,8 +116,8 @@ def archs(root: Path) -> list[str]:
 
 def folders(root: Path) -> list[Path]:
     """Those for the architectures that lie in `root` itself: what may be emptied. Links lead elsewhere."""
-    found = [] if (root / FOLDER).is_symlink() else [root / FOLDER / arch for arch in archs(root)]
-    return [path for path in found if not path.is_symlink()]
+    found = [] if os.path.islink(root / FOLDER) else [root / FOLDER / arch for arch in archs(root)]
+    return [path for path in found if not os.path.islink(path)]
 
 
 def closed_to_others(root: Path) -> Path | None:

@@ -48,13 +48,13 @@ def check(
             of_v = "" if problem.head_dim_v == problem.head_dim else ", with the head_dim of v"
             raise ArgumentError(
                 f"{name}: expected shape {shape} and dtype {dtypes['q']} of q{of_v}, got {tuple(key[0])} and "
-                f"{dtypes[name]}"
+                f"{dtypes[name]}" + (f"; give {library.cast(name, dtypes['q'])}" if tuple(key[0]) == shape else "")
             )
     signatures = [library.describe(name, key) for name, key in found.items()]
     for name, sig in zip(names, signatures, strict=True):
         row = which.rows[name]
         if name not in "qkv" and not row.like and not row.free and name not in lengths:
-            _check_own(row, sig, dtypes[name], problem, device)
+            _check_own(library, row, sig, dtypes[name], problem, device)
         if sig.device != device:
             raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(sig.device)}")
         if row.strided and sig.strides[-1] != 1 and sig.shape[-1] > 1 and 0 not in sig.shape:
@@ -65,7 +65,9 @@ def check(
     return problem, signatures
 
 
-def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:
+def _check_own(
+    library: Native, row: Operand, sig: Signature, dtype: str, problem: Problem, device: int
+) -> None:  # fmt: skip
     """An array with a shape and a dtype of its own. What is fp32 beside 16-bit arrays is fp64 beside those of fp64."""
     dims = row.packed if problem.packed else row.dims
     sizes = sizes_of(Extents.of(problem), problem.widths, problem.packed)
@@ -76,7 +78,11 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
     takes_fp32 = row.broadcasts and not row.dtype and problem.dtype in HALF
     if takes_fp32 and dtype == "fp32":
         wanted = "fp32"
-    if not row.fits(tuple(sig.shape), sizes, problem.packed) or (dtype, sig.device) != (wanted, device):
+    fits = row.fits(tuple(sig.shape), sizes, problem.packed)
+    if not fits or (dtype, sig.device) != (wanted, device):
+        way_out = (
+            "give it as mask" if (row.name, dtype) == ("bias", "bool") else f"give {library.cast(row.name, wanted)}"
+        )
         words = f"{_words(dims)} = {shape}".replace(str(MAX_SEQLEN), "any")
         if row.broadcasts:
             words = f"one that broadcasts to {words}"
@@ -86,6 +92,7 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
         raise ArgumentError(
             f"{row.name}: expected shape {words}, dtype {wanted}, on {place(device)}; got "
             f"{tuple(sig.shape)}, {dtype}, on {place(sig.device)}"
+            + (f"; {way_out}" if fits and dtype != wanted.split()[0] and sig.device == device else "")
         )
 
 

@@ -36,8 +36,7 @@ def check_integers(library: Native, name: str, signature: Sequence[Any], batch: 
     shape, _, dtype, where = signature
     kind = library.dtype_name(dtype)
     if kind != "int32":
-        cast = f"{name}.to(torch.int32)" if library is TORCH else f'{name}.astype("int32")'
-        raise ArgumentError(f"{name}: expected dtype int32, got {kind}; give {cast}")
+        raise ArgumentError(f"{name}: expected dtype int32, got {kind}; give {library.cast(name, 'int32')}")
     words, more, rest = _SHAPES.get(name, ("(batch + 1,)", 1, ()))
     wanted = (batch + more, *rest)
     if tuple(shape) != wanted:

@@ -112,6 +112,8 @@ def build_runtime() -> Path:
     """The emulator itself, with the twins' functions: one shared library, compiled once."""
     flags, twins = compiler.runtime_flags(), compiler.twin_flags()
     texts = [f.read_text() for folder in (RUNTIME, TWIN) for f in sorted(folder.glob("*.*"))]
+    if not texts:
+        raise BuildError(f"the emulator's sources are not there as files, in {HERE}: it does not run out of a zip")
     out = build_folder() / f"runtime-{digest(texts, flags, twins)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds
         if out.exists():

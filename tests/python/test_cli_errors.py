@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from cupyflash import attention, cli
+from cupyflash.cli import cache as cli_cache
 from cupyflash.cli import watchdog
+from cupyflash.cli.bench import arguments as bench_arguments
+from cupyflash.compile import cubin, layer
 from cupyflash.launch import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,3 +188,67 @@ def test_a_script_stays_main_and_knows_where_it_is(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "True\nTrue ['script.py', 'more']\n"), done.stderr
+
+
+def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
+    command = [sys.executable, "-m", "cupyflash", *arguments]
+    return subprocess.run(command, env=environment, text=True, timeout=120, **{"capture_output": True} | options)
+
+
+def test_a_path_that_the_terminal_cannot_write(tmp_path: Path) -> None:
+    folder = {"CUPYFLASH_CACHE_DIR": str(tmp_path / "käche"), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run_command("cache", "info", env=folder, encoding="ascii")
+    assert done.returncode == 0, done.stderr
+    assert r"k\xe4che" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_below_the_help() -> None:
+    with open("/dev/full", "w") as full:
+        done = run_command("--help", stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_nobody_is_there_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("cupyflash.compile.cache.Cache.entries", lambda self: [None])
+    assert cli_cache.clear.callback is not None
+    with pytest.raises(click.UsageError, match="give --yes"):
+        cli_cache.clear.callback(precompiled=False, yes=False, as_json=False)
+
+
+def test_options_before_the_command() -> None:
+    result = invoke("--json", "explain")
+    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (2, 2)
+
+
+@pytest.mark.parametrize("more", [[], ["--with-cache"]])
+def test_no_head_dim_of_v(more: list[str]) -> None:
+    result = invoke("explain", "--no-compile", "--arch", "sm_90", "--head-dim-v", "0", *more)
+    assert result.exit_code != 0
+    assert "expected a head_dim of at least 8, got 0" in result.output
+    assert invoke("bench", "--backend", "cpu", "--head-dim-v", "0").exit_code == 2
+
+
+def test_folders_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As `Path.exists` and `is_symlink` of Python 3.11 tell of folders that only others may enter."""
+
+    def refuse(self: Path, *_: Any, **__: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(click.BadParameter, match="cannot be written: Permission denied"):
+        bench_arguments.check_writable("--csv", tmp_path / "x.csv")
+    assert layer.folders(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_in_the_cache(tmp_path: Path) -> None:
+    """Nobody waits for who might write to it."""
+    path = tmp_path / f"{'0' * 40}.json"
+    os.mkfifo(path)
+    assert cubin.facts_of(path) is None
