@@ -32,14 +32,15 @@ _ROWS_OF_GROUPS = 8
 # a sequence has so many queries.
 _KEYS_A_ROW, _KEYS_A_ROW_OF_FP32 = 40, 16
 _MOST_ROWS, _MOST_ROWS_OF_LONG, _LONG = 100, 60, 256
-# Of packed sequences, of long keys that cannot be divided, and of what is added without TMA; where blocks divide keys.
+# Of packed sequences, of long keys that cannot be divided, of caches of 8 bits, and of what is added without TMA; where
+# blocks divide keys. But for packed ones by TMA also so many pairs of these and of keys that there is room for.
 _ROWS, _ROWS_OF_PARTS = 30, 8
+_PAIRS = 1 << 24
 _MANY_OF_PACKED = 128  # queries that one sequence of a packed call can have, at least
 _MANY_BY_ELEMENT = 96  # queries of a sequence beside a bias, a mask or mods, where TMA is not used
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
 _ROW_BYTES = 1 << 30  # that rows of q's dtype may take beside a cache of 8 bits, of which they are twice its size
 _COLUMNS = 16  # of 8 bits that are read at a time
-_PAIRS = 1 << 24  # of these and keys that there is room for, likewise
 
 
 class Lie(NamedTuple):
@@ -76,18 +77,21 @@ class Way(NamedTuple):
         return replace(p, most_queries=least_queries(self.dequantized) - 1) if self.beside else p
 
 
-def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None) -> Way | None:
+def way_of(
+    p: CacheProblem, device: Device, lie: Lie, family: str | None = None, of_8_bits: bool = False
+) -> Way | None:  # fmt: skip
     """That of a call; None: it takes attention over a cache alone.
 
     Args:
         family: that the user insists on.
+        of_8_bits: whether its cache stands for one of 8 bits.
     """
     if 0 in (p.batch, p.slots):  # no keys, whatever room there is: the forward has no place to read
         return None
     if p.stored:
-        if p.seqlen_q < LEAST_QUERIES_OF_8_BITS or _rows(p) * p.capacity < _PAIRS:
+        if p.seqlen_q < LEAST_QUERIES_OF_8_BITS:
             return None
-        way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
+        way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family, of_8_bits=True)
         fits = 2 * dequantized(p).slots * p.capacity * p.heads_k * sum(p.widths) <= _ROW_BYTES
         is_read = lie.aligned and not any(d % _COLUMNS for d in p.widths)
         return way._replace(dequantized=True) if way and fits and is_read else None
@@ -106,7 +110,8 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)
     if p.by_element and not (by_tma or p.packed) and p.seqlen_q < _MANY_BY_ELEMENT:
         return None
-    if not _is_worth_it(p, rows / device.sm_count, rows * p.capacity, by_tma, reads_pages and divides):
+    of_sm = rows / device.sm_count
+    if not _is_worth_it(p, of_sm, rows * p.capacity, by_tma, reads_pages and divides, of_8_bits):
         return None
     if reads_pages and (by_tma or divides or p.block_mask or p.masks_alone or not is_plain):
         return Way(paged=True, beside=p.packed)
@@ -118,7 +123,7 @@ def _rows(p: CacheProblem) -> int:
     return (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
 
 
-def _is_worth_it(p: CacheProblem, rows: float, pairs: int, by_tma: bool, divides: bool) -> bool:
+def _is_worth_it(p: CacheProblem, rows: float, pairs: int, by_tma: bool, divides: bool, of_8_bits: bool) -> bool:
     """Whether a forward of so many rows for each multiprocessor, and so many pairs, is faster than the kernels for few
     queries.
 
@@ -126,11 +131,11 @@ def _is_worth_it(p: CacheProblem, rows: float, pairs: int, by_tma: bool, divides
         divides: whether blocks divide the keys, as they do by TMA wherever they may.
     """
     undivided = p.capacity > _MANY_KEYS and not may_divide(p)
-    if p.packed or (undivided if by_tma else divides or p.by_element):
+    if by_tma and not (of_8_bits or undivided):
+        return rows >= _ROWS if p.packed else rows * p.group >= _ROWS_OF_GROUPS
+    if by_tma or p.packed or divides or p.by_element or of_8_bits:
         in_parts = may_divide(p) and (by_tma or divides) and not p.packed
         return rows >= (_ROWS_OF_PARTS if in_parts else _ROWS) and pairs >= _PAIRS
-    if by_tma:
-        return rows * p.group >= _ROWS_OF_GROUPS
     is_half = p.dtype in HALF
     most = _MOST_ROWS_OF_LONG if is_half and p.seqlen_q >= _LONG else _MOST_ROWS
     return rows >= max(_ROWS_OF_GROUPS / 2, min(most, p.capacity / (_KEYS_A_ROW if is_half else _KEYS_A_ROW_OF_FP32)))
