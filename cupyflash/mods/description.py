@@ -229,7 +229,7 @@ _OF_CPP = {
 _OF_KERNELS = {
     "Bf16", "Dual", "Emit", "Fp16", "ModArray", "Mods", "Params", "Place", "S", "Variant", "Visit", "at_k", "at_q",
     "blockDim", "blockIdx", "derive", "dim3", "each_learned", "emit", "gridDim", "kv", "kv_idx", "lane",
-    "mask_mod", "mods", "p", "ptx", "q_idx", "real", "score_mod", "threadIdx", "visit", "warp",
+    "mask_mod", "mods", "p", "ptx", "q_idx", "real", "score_mod", "threadIdx", "times", "visit", "warp",
     "warpSize",
 }  # fmt: skip
 

@@ -31,7 +31,25 @@ class _Text(NamedTuple):
 
 def of_places(node: Node) -> str:
     """The C++ of a tree beside `q` and `k`, and `at_q` and `at_k`, which are these as Places."""
-    return node.fold(lambda node, of: _text(node, of)._replace(rounded=_is_rounded(node, of))).plain
+    are_terms = iter(_are_terms(node))
+    return node.fold(lambda x, of: _text(x, of, next(are_terms))._replace(rounded=_is_rounded(x, of))).plain
+
+
+def _are_terms(node: Node) -> list[bool]:
+    """Of each of its `nodes`, in their order, whether it is added to the value as it is."""
+    found, left = [], [(node, node.kind == FLOAT)]
+    while left:
+        x, is_term = left.pop()
+        found.append(is_term)
+        sums = is_term and x.op in ("+", "-", "neg", "?")
+        left += [(y, sums and y.kind == FLOAT and (i > 0 or x.op != "?")) for i, y in enumerate(x.args)]
+    return found[::-1]
+
+
+def _is_small(node: Node) -> bool:
+    """A number of at most 1 that is known."""
+    number = node.args[0] if node.op == "neg" else node
+    return number.op == "number" and abs(float(number.value)) <= 1
 
 
 def _is_rounded(node: Node, of: list[_Text]) -> bool:
@@ -59,12 +77,16 @@ def _by_number(node: Node, left: str, is_rounded: bool) -> str:
     return f"mods::divide_by({left}, {value!r}f, 1.f / {value!r}f)"
 
 
-def _text(node: Node, of: list[_Text]) -> _Text:
+def _text(node: Node, of: list[_Text], is_term: bool) -> _Text:
     places, reals = [x.place for x in of], [x.real or x.plain for x in of]
     moves, plain = all(places) and any("at_" in x for x in places), written(node, [x.plain for x in of])
     if node.op == "load":
         return _Text(plain)
     if node.kind == FLOAT:
+        if node.op == "*" and is_term and any(x.real and x.place for x in of):
+            at = 0 if of[1].place else 1
+            if _is_small(node.args[at]):
+                return _Text(f"times({of[at].plain}, {of[1 - at].place})")
         return _Text((of and _by_number(node, reals[0], of[0].rounded)) or written(node, reals))
     if node.kind == BOOL:
         return _Text(written(node, places) if moves and node.op in COMPARE else plain)

@@ -26,6 +26,7 @@ MODS: dict[str, dict[str, Any]] = {
     "buckets": {"score_mod": "score + floor(0.1f * (q - k))"},
     "equal": {"score_mod": "slopes[h] * (q - k) == 0 ? score + 3 : score", "causal": True},
     "score": {"score_mod": "score * (q - k) == 0 ? score + 3 : score"},
+    "term": {"score_mod": "score + 0.3f * (k - q)"},
     "infinite": {"score_mod": "score + falls[h] * (q + 1)"},
     "no power": {"score_mod": "k % 2 == 0 ? score + pow(sqrt(score), 0) : score"},
 }

@@ -15,6 +15,7 @@ FORWARD_MODS = (
     Bug("mods: the mask of another query", change("hidden-by-mask-mod", "query, key)", "query + 1, key)"), "mods-capped-d256"),
     Bug("mods: every head as the first", change("sequence-and-head-of-mods", "head, 0, 0", "0 * head, 0, 0"), "mods"),
     Bug("mods: a place as a number without its step", change("place-as-a-number", "static_cast<float>(a.step)", "0 * a.step"), "mods-capped-d256"),
+    Bug("mods: a number times a place without its step", change("times-a-place", "static_cast<float>(b.step)", "0.f"), "mods-heated-d128"),
     Bug("mods: places compared without their steps", change("places-in-order", "b.step - a.step", "0"), "mods-capped-d256"),
     Bug("mods: one place for another", change("places-alike", "b.step - a.step", "0"), "mods-capped-d256"),
     _sm90("mods: every sequence as the first", change("sequence-and-head-of-mods", "s.index, head", "0 * s.index, head"), "mods-every"),

@@ -59,7 +59,13 @@ def refused(structs: list[str]) -> set[int]:
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
-        ("score + 0.5f * (k - q)", "(score + (0.5f * real((at_k - at_q))))"),
+        ("score + 0.5f * (k - q)", "(score + times(0.5f, (at_k - at_q)))"),
+        ("score + 1.5f * (k - q)", "(score + (1.5f * real((at_k - at_q))))"),
+        ("score + sqrt(0.5f * (k - q))", "(score + sqrt((0.5f * real((at_k - at_q)))))"),
+        (
+            "0.5f * (k - q) < 1.f ? score : score + -0.5f * (k - q)",
+            "(((0.5f * real((at_k - at_q))) < 1.0f) ? score : (score + times((-0.5f), (at_k - at_q))))",
+        ),
         ("(k - q + 3) * score", "(real(((at_k - at_q) + Place(3))) * score)"),
         ("score - inf * (k - q)", "(score - (inf() * real((at_k - at_q))))"),
         ("score / (1 + abs(q - k))", "divide(score, (1 + abs((q - k))))"),
