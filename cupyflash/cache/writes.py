@@ -29,9 +29,8 @@ class Lies(NamedTuple):
         if 0 in self.shape:
             return self.address, self.address
         steps = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
-        return self.address + sum(s for s in steps if s < 0), self.address + sum(
-            s for s in steps if s > 0
-        ) + self.itemsize
+        first = self.address + sum(min(step, 0) for step in steps)
+        return first, first + sum(map(abs, steps)) + self.itemsize
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

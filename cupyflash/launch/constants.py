@@ -13,6 +13,7 @@ import numpy as np
 
 _BYTES = 1 << 20
 _ALIGNMENT = 16
+_LEGACY_STREAM = 1  # handle of the default stream, as 0 is
 
 
 class Constants:
@@ -26,7 +27,7 @@ class Constants:
         self._lock = threading.Lock()
 
     def steps(self, count: int, step: int, stream: int) -> int:
-        """The address of 0, step, 2 step, ... in int32; 0 where there is no room, or `stream` is being captured."""
+        """The address of 0, step, 2 step, ... in int32; 0 where there is no room, or a stream is being captured."""
         key = count, step
         found = self._known.get(key, 0)
         if found or self._is_captured(stream):
@@ -34,25 +35,30 @@ class Constants:
         with self._lock:
             size = -(-4 * count // _ALIGNMENT) * _ALIGNMENT
             if key not in self._known and self._end + size <= _BYTES:
-                self._known[key] = self._put(step * np.arange(count, dtype=np.int32))
+                if not (address := self._put(step * np.arange(count, dtype=np.int32))):
+                    return 0
+                self._known[key] = address
                 self._end += size
             return self._known.get(key, 0)
 
     def _is_captured(self, stream: int) -> bool:
         from cupy.cuda import runtime
 
-        return bool(runtime.streamIsCapturing(stream))
+        return stream > _LEGACY_STREAM and bool(runtime.streamIsCapturing(stream))  # of the other nobody may ask
 
     def _put(self, values: np.ndarray) -> int:
-        """Copies values, and waits for no more than that."""
+        """Copies values, and waits for no more than that; 0 where CUDA does not, as while another thread captures."""
         from cupy.cuda import Stream, runtime
         from cupy.cuda.memory import Memory
 
-        if self._memory is None:
-            self._memory, self._copies = Memory(_BYTES), Stream(non_blocking=True)
-        to, stream = self._memory.ptr + self._end, self._copies.ptr
-        runtime.memcpyAsync(to, values.ctypes.data, values.nbytes, runtime.memcpyHostToDevice, stream)
-        runtime.streamSynchronize(stream)
+        try:
+            if self._memory is None:
+                self._memory, self._copies = Memory(_BYTES), Stream(non_blocking=True)
+            to, stream = self._memory.ptr + self._end, self._copies.ptr
+            runtime.memcpyAsync(to, values.ctypes.data, values.nbytes, runtime.memcpyHostToDevice, stream)
+            runtime.streamSynchronize(stream)
+        except runtime.CUDARuntimeError:
+            return 0
         return int(to)
 
 
