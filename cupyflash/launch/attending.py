@@ -16,6 +16,7 @@ from ..gpu.device import Device
 from ..operands import FORWARD
 from ..plan.prefill import Way
 from . import constants, find, prefill
+from .made import divide
 from .passes import WITH_LSE
 from .prepared import Call
 from .variables import is_debug, wish
@@ -63,8 +64,7 @@ class Attending:
             addresses += library.pointers(into)
         made = [*into, *(library.make_like(self._forms, addresses) if self._forms else ())]
         if call.room:
-            start = addresses.pop()
-            addresses += [start + offset for offset in call.offsets]
+            divide(call, addresses)
         call(addresses, stream)
         out, lse = made[:2]
         if self._in_place:

@@ -18,8 +18,7 @@ def launched(
     if call.forms and into is None:
         made: Sequence[Any] = library.make_like(call.forms, pointers)
         if call.room:
-            start = pointers.pop()
-            pointers += [start + offset for offset in call.offsets]
+            divide(call, pointers)
     else:
         made = make(library, call, given, pointers, into)
     call(pointers, stream)
@@ -49,9 +48,14 @@ def make(
         made = [*into, *library.make((), kinds[len(call.shaped) :], arrays)]
     pointers += library.pointers(made)
     if in_one:
-        start = pointers.pop()
-        pointers += [start + offset for offset in call.offsets]
+        divide(call, pointers)
     return made
+
+
+def divide(call: Call, addresses: list[int]) -> None:
+    """The last address, of one block of memory for all that the launches share, becomes those of its parts."""
+    start = addresses.pop()
+    addresses += [start + offset for offset in call.offsets]
 
 
 def copied(library: Native, given: Collection[Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:

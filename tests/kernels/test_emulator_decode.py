@@ -20,9 +20,9 @@ from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 from tests.ahead import Ahead
+from tests.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from tests.emulator import MODES, EmulatorError, decode
 from tests.emulator.attention import kernels_of, small_device
-from tests.emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from tests.emulator.decode import CacheSession
 from tests.emulator.require import require_compiler
 from tests.over_cache import check, check_that_it_is_reported, with_bug

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.emulator import MODES, EmulatorError, micro
+from tests.emulator import MODES, EmulatorError
 from tests.emulator.require import require_compiler
+from tests.probing import micro
 
 require_compiler()
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from cupyflash.compile import nvrtc
-from tests.emulator import MODES, EmulatorError, probe_cpu, probes
+from tests.emulator import MODES, EmulatorError
 from tests.emulator.require import require_compiler
+from tests.probing import probe_cpu, probes
 
 require_compiler()
 
@@ -32,19 +33,19 @@ WITHOUT_A_PROBE = """
 @functools.cache
 def golden() -> dict[str, probes.Words]:
     if not probes.GOLDEN.exists():
-        pytest.fail(f"{probes.GOLDEN} is missing: run tests/emulator/probe_gpu.py on an H200", pytrace=False)
+        pytest.fail(f"{probes.GOLDEN} is missing: run tests/probing/probe_gpu.py on an H200", pytrace=False)
     with np.load(probes.GOLDEN) as file:
         return {name: file[name] for name in file.files}
 
 
 def test_golden_file_is_complete() -> None:
-    """Every probe has been run on an H200; if not: tests/emulator/probe_gpu.py."""
-    assert probes.GOLDEN.exists(), "run tests/emulator/probe_gpu.py on an H200"
+    """Every probe has been run on an H200; if not: tests/probing/probe_gpu.py."""
+    assert probes.GOLDEN.exists(), "run tests/probing/probe_gpu.py on an H200"
     assert set(golden()) == set(NAMES)
 
 
 def test_instructions_without_a_probe_are_listed() -> None:
-    """A probe for one of them needs a new run of tests/emulator/probe_gpu.py on an H200."""
+    """A probe for one of them needs a new run of tests/probing/probe_gpu.py on an H200."""
     headers = probes.headers()
     wrappers = {name for file in headers if file.startswith("hw/") for name in probes.instructions(headers[file])}
     assert wrappers - set(re.findall(r"\b(\w+)[(<]", headers["probes.cuh"])) == set(WITHOUT_A_PROBE.split())

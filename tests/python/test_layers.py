@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator import probes
+from tests.probing import probes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,8 +156,7 @@ ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "C
 # ---- Python ----
 
 FOLDERS = {"cupyflash": "cupyflash", "cli": "cupyflash.cli", "tests/emulator": "cupyflash.emulator"}  # as installed
-SCRIPTS = {ROOT / "tests" / "emulator" / "probe_gpu.py"}  # run by path
-PYTHON_FILES = sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")} - SCRIPTS)
+PYTHON_FILES = sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")})
 TOOL_FILES = sorted(ROOT.glob("tools/*.py"))
 CUDA_FILES = sorted(ROOT.glob("kernels_cu/**/*.cuh"))
 

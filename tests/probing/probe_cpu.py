@@ -6,8 +6,9 @@ import functools
 
 import numpy as np
 
+from tests.emulator.launch import EmulatedKernel, Memory, Mode, tensor_map
+
 from . import probes
-from .launch import EmulatedKernel, Memory, Mode, tensor_map
 from .probes import Map, Probe, Words
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.emulator.launch import EmulatedKernel, Memory, Mode
+
 from . import probe_cpu, probes
-from .launch import EmulatedKernel, Memory, Mode
 
 ARGS = np.dtype([("key_blocks", "i4"), ("query_blocks", "i4"), ("scale", "f4")])
 SMEM_BYTES = 5 * 8192 + 64 + 1024

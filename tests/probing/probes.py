@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "emulator"
 KERNELS_CU = HERE.parents[1] / "kernels_cu"
 GOLDEN = HERE / "golden" / "h200.npz"
 ARGS = np.dtype([("x", "i4", 8)])

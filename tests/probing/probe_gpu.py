@@ -1,6 +1,6 @@
 """Runs the layout probes on a GPU of compute capability 9.0 and writes their outputs to golden/h200.npz.
 
-    PYTHONPATH=. python tests/emulator/probe_gpu.py [--out FILE]
+    PYTHONPATH=. python tests/probing/probe_gpu.py [--out FILE]
 
 Needs CuPy and NVRTC, like the library. Each unit of probes runs in a process of its own with a time limit. A probe
 that hangs or fails ruins the CUDA context, so a new process then takes up the unit behind it. The whole takes under a
@@ -24,8 +24,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.emulator import probes  # noqa: E402
-from tests.emulator.probes import Map, Probe, Words  # noqa: E402
+from tests.probing import probes  # noqa: E402
+from tests.probing.probes import Map, Probe, Words  # noqa: E402
 
 _OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device")
 _UNIT_SECONDS = 40
